@@ -361,4 +361,4 @@ def test_damaged_and_hostile_torch_dist(tmp_path: Path, given: ModelConfig) -> N
     assert "sharded_backend_version = 2: is not supported; use 1" in refusal(tmp_path, given)
     (tmp_path / "metadata.json").unlink()
     torch.save({"args": {**foreign.LLAMA, "squared_relu": True}}, tmp_path / "common.pt")
-    assert "common.pt: args = dict: is not supported" in refusal(tmp_path, given)
+    assert "common.pt: args = dict: must be Megatron" in refusal(tmp_path, given)
