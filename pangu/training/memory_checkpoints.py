@@ -311,7 +311,8 @@ class MemoryCheckpoints(AbstractContextManager["MemoryCheckpoints"]):
         sent, kept = (sum(length for _, length, *ranks in moves if ranks[end] == rank) for end in (0, 1))
         if moves and not self.sizes:
             log.info("%-12s rank 0 sends %s to its buddy, keeps %s of another rank", "memory", size(sent), size(kept))
-        used = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        with writing(self.folder):
+            used = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
         self.sizes = {"copies_gib": used / 2**30, "copies_sent_gib": sent / 2**30}
 
     def _start(self, path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
